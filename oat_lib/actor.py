@@ -90,6 +90,8 @@ class Actor:
         self.dist, self.version, self.asleep, self.cuda = dist, 0, False, dist.device.type == "cuda"
         self.block = 16 if self.cuda else 128  # tokens of a prefix-cache block
         max_model_len = max(max_model_len, self.block + 8 + PROBE_TOKENS)
+        # vLLM rewinds a request's generator when it splits its prompt, which a CPU generator cannot do: no chunked prefill there.
+        whole = {} if self.cuda else dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, max_model_len))
         try:
             self.llm = LLM(
                 model=model,
@@ -106,6 +108,7 @@ class Actor:
                 distributed_executor_backend="external_launcher" if dist.world_size > 1 else None,
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
+                **whole,
             )
         except ValueError as e:
             raise SystemExit(f"vLLM cannot start {model!r} with a context of {max_model_len} tokens: {e}") from e

@@ -110,18 +110,20 @@ def render(tokenizer, raw: str | list[dict], apply_chat_template: bool, system_p
     return raw, list(ids)
 
 
-def load_prompts(spec: str, split: str, tokenizer, input_key: str, output_key: str | None, max_rows: int, max_length: int,
-                 apply_chat_template: bool | None = None, system_prompt: str | None = None,
-                 flag: str = "--prompt-data") -> tuple[list[Prompt], dict]:
+def load_prompts(spec: str, split: str, tokenizer, input_key: str, output_key: str, max_rows: int, max_length: int,
+                 apply_chat_template: bool | None = None, system_prompt: str | None = None, flag: str = "--prompt-data",
+                 need_references: bool = True) -> tuple[list[Prompt], dict]:
     """The first `max_rows` rows as prompts of at most `max_length` tokens, and a report of what was done and dropped.
 
+    need_references: whether every prompt must have one in column `output_key`; else they are taken where there are any.
     Report: rows (read), kept, too_long, no_prompt (empty or missing), template (bool), why (words). Raises SystemExit when a column is
     missing, nothing is left, or a reference is missing.
     """
     rows = load_rows(spec, split, flag)
     rows = rows.select(range(min(max_rows, len(rows)))) if max_rows > 0 else rows
     raws = column(rows, input_key, "--input-key")
-    references = column(rows, output_key, "--output-key") if output_key else [None] * len(raws)
+    absent = not need_references and output_key not in rows.column_names
+    references = [None] * len(raws) if absent else column(rows, output_key, "--output-key")
     first = next((r for r in raws if r), None)
     if first is None:
         raise SystemExit(f"{flag} {spec}: column {input_key!r} has no prompt in it")
@@ -137,7 +139,7 @@ def load_prompts(spec: str, split: str, tokenizer, input_key: str, output_key: s
         if len(ids) > max_length:
             report["too_long"] += 1
             continue
-        if output_key and reference is None:
+        if need_references and reference is None:
             raise SystemExit(f"{flag} {spec}: row {index} of split {split!r} has no {output_key!r}")
         reference = reference if reference is None or isinstance(reference, str) else json.dumps(reference)
         prompts.append(Prompt(index, raw, text, ids, reference))

@@ -59,10 +59,13 @@ class Feedback:
         self.oracle, self.name = oracle, name
         self.queries = self.eval_queries = self.unlabelled = 0
 
-    def compare(self, prompts: list, a: list[str], b: list[str], evaluation: bool = False) -> list[float | None]:
+    def compare(
+        self, prompts: list, a: list[str], b: list[str], references: list | None = None, evaluation: bool = False
+    ) -> list[float | None]:
         """P(a wins) or None for each prompt. Raises ValueError for a wrong number of answers or a P outside [0, 1].
 
-        An oracle that only scores is compared by its scores: 1, 0, or 0.5 when they are equal.
+        An oracle that only scores is compared by its scores: 1, 0, or 0.5 when they are equal. It gets the references (None where the data
+        has none).
         """
         if not prompts:
             return []
@@ -73,7 +76,8 @@ class Feedback:
             if wrong is not None:
                 raise ValueError(f"oracle {self.name}: compare must return P(a wins) in [0, 1] or None, got {wrong}")
         else:
-            scores = self._checked(self.oracle.score(prompts * 2, a + b, [None] * 2 * len(prompts)), 2 * len(prompts))
+            references = references or [None] * len(prompts)
+            scores = self._checked(self.oracle.score(prompts * 2, a + b, references * 2), 2 * len(prompts))
             pairs = zip(scores[: len(a)], scores[len(a) :], strict=True)
             answers = [None if x is None or y is None else 0.5 + 0.5 * ((x > y) - (x < y)) for x, y in pairs]
         self.unlabelled += answers.count(None)

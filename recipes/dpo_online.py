@@ -126,21 +126,17 @@ NEEDS_REF = {"DPO": True, "LR_DPO": True, "IPO": True, "IPO_avg": True, "SLiC_hi
 AVERAGED = {"LR_DPO", "IPO_avg"}  # length-averaged log-probs; the others are sums
 EVALUATION = 2**31  # in place of the epoch in a sample's seed: every evaluation draws with the same seeds
 PANELS = [
-    ["eval/win_rate", "eval/judge_win_rate"],
-    ["learner/loss"],
-    ["learner/chosen_reward", "learner/rejected_reward"],
-    ["actor/response_length", "eval/response_length"],
-    ["actor/sync_gap"],
+    ["eval/win_rate", "eval/judge_win_rate"], ["learner/loss"], ["learner/chosen_reward", "learner/rejected_reward"],
+    ["actor/response_length", "eval/response_length"], ["actor/sync_gap"],
     ["time/generate", "time/oracle", "time/learn", "time/sync", "time/eval"],
-]
+]  # fmt: skip
 
 
 def check(args: Args, world_size: int) -> None:
     """Ends the run, before anything is loaded, where flags contradict each other or would have no effect."""
-    algo, written = args.dap_algo, Path(__file__).with_name("simpo_online.py").is_file()
+    algo = args.dap_algo
     if algo not in NEEDS_REF:
-        simpo = "has a recipe of its own: accelerate launch recipes/simpo_online.py" + ("" if written else " (not written yet)")
-        raise SystemExit(f"--dap-algo {algo} " + (simpo if algo == "SimPO" else f"does not exist: use {', '.join(NEEDS_REF)}"))
+        raise SystemExit(f"--dap-algo {algo} does not exist: use {', '.join(NEEDS_REF)}")
     for flag, value, off, algos in (
         ("--label-smoothing", args.label_smoothing, 0.0, ("DPO", "LR_DPO")),
         ("--len-reg-alpha", args.len_reg_alpha, 0.0, ("DPO", "LR_DPO")),
@@ -157,15 +153,16 @@ def check(args: Args, world_size: int) -> None:
         (not 0 <= args.label_smoothing < 0.5, f"--label-smoothing {args.label_smoothing} must be at least 0 and below 0.5"),
         (not 0 <= args.preference_flip_prob <= 1, f"--preference-flip-prob {args.preference_flip_prob} is a probability"),
         (args.beta <= 0, f"--beta {args.beta} must be positive"),
-        (args.temperature <= 0, f"--temperature {args.temperature} must be positive: greedy samples of a prompt are all the same"),
+        (args.temperature <= 0, f"--temperature {args.temperature} must be positive: greedy samples are all the same"),
         (args.eval_temperature < 0, f"--eval-temperature {args.eval_temperature} must be 0 (greedy) or more"),
+        (args.save_ckpt and args.save_steps <= 0, "--save-ckpt needs --save-steps N: it says when"),
+        (args.eval_data is None and Path(args.prompt_data).is_file(), "--prompt-data is one file: give held-out prompts by --eval-data"),
         (args.sync_params_every < 1, f"--sync-params-every {args.sync_params_every} must be 1 or more (a huge number: never)"),
     ):
         if bad:
             raise SystemExit(message)
-    learner.check_batch_sizes(
-        world_size, args.train_batch_size, args.train_batch_size_per_device, args.rollout_batch_size, args.pi_buffer_maxlen_per_device
-    )
+    sizes = (args.train_batch_size, args.train_batch_size_per_device, args.rollout_batch_size, args.pi_buffer_maxlen_per_device)
+    learner.check_batch_sizes(world_size, *sizes)
 
 
 # ---- Algorithm: tensors in, tensors out ----
@@ -224,7 +221,7 @@ def make_label(p_first: float | None, bt_sample: bool, flip_prob: float, rng: np
 # ---- Feedback and evaluation ----
 
 
-def compare_candidates(feedback, prompts: list, texts: list[list[str]]) -> list[tuple[int, int, float | None]]:
+def compare_candidates(feedback, prompts: list, references: list, texts: list[list[str]]) -> list[tuple[int, int, float | None]]:
     """(first, second, P(first wins) or None) for each prompt: its two candidates, or the best and the worst of n by 2n - 3 comparisons.
 
     Two equal texts are not sent to the oracle: it would be paid for nothing, and the pair is masked.
@@ -233,7 +230,8 @@ def compare_candidates(feedback, prompts: list, texts: list[list[str]]) -> list[
 
     def ask(a: list[int], b: list[int]) -> list[float | None]:
         todo = [i for i, t in enumerate(texts) if t[a[i]] != t[b[i]]]
-        answers = feedback.compare([prompts[i] for i in todo], [texts[i][a[i]] for i in todo], [texts[i][b[i]] for i in todo])
+        pairs = [(prompts[i], texts[i][a[i]], texts[i][b[i]], references[i]) for i in todo]
+        answers = feedback.compare(*map(list, zip(*pairs, strict=True))) if pairs else []
         found = dict(zip(todo, answers, strict=True))
         return [found.get(i) for i in range(len(texts))]
 
@@ -267,8 +265,8 @@ def evaluate(actor, feedback, judge, prompts, sampling: Sampling, seed: int, dis
         seeds = [[sample_seed(seed, EVALUATION, p.index, 0)] for p in mine]
         samples = [s for (s,) in actor.generate([p.ids for p in mine], seeds, sampling)]
         raws, texts, references = [p.raw for p in mine], [s.text for s in samples], [p.reference for p in mine]
-        wins = feedback.compare(raws, texts, references, evaluation=True)
-        judged = judge.compare(raws, texts, references, evaluation=True) if judge else [None] * len(mine)
+        wins = feedback.compare(raws, texts, references, references, evaluation=True)
+        judged = judge.compare(raws, texts, references, references, evaluation=True) if judge else [None] * len(mine)
         records = [
             dict(prompt=p.raw, reference=p.reference, p_win=w, p_win_judge=j, **s.record())
             for p, s, w, j in zip(mine, samples, wins, judged, strict=True)
@@ -294,15 +292,13 @@ def main(args: Args) -> None:
     dist = learner.init(args.zero_stage, args.bf16, args.fp16)
     check(args, dist.world_size)
     args.seed = learner.gather(time.time_ns() % 2**31 if args.rnd_seed else args.seed, dist)[0]
-    embedded = args.pretrain == tiny.POLICY
-    lr = args.learning_rate if args.learning_rate is not None else 3e-4 if embedded else 5e-7
+    lr = args.learning_rate if args.learning_rate is not None else 3e-4 if args.pretrain == tiny.POLICY else 5e-7
     if args.judge_model is None and args.oracle == "reward_model" and args.oracle_model is None:
         args.judge_model = tiny.JUDGE
     max_queries = args.max_queries if args.max_queries >= 0 else args.max_train
     # All that must survive a restart. Prompts, samples and label noise depend on the seed and these numbers alone.
-    state = dict(
-        step=0, position=0, queries=0, eval_queries=0, version=0, unlabelled_rounds=0, last_eval_queries=-1, eval_due=False, seed=args.seed
-    )  # fmt: skip
+    state = dict(step=0, position=0, queries=0, eval_queries=0, version=0, unlabelled_rounds=0, last_eval_queries=-1, eval_due=False)
+    state["seed"] = args.seed
     checkpoint = saving.latest_checkpoint(args.resume_dir, args.resume_tag) if args.resume_dir else None
     if checkpoint:
         state |= {k: v for k, v in saving.read_state(checkpoint, dist).items() if k in state}
@@ -313,16 +309,16 @@ def main(args: Args) -> None:
     new_tokens = max(args.generate_max_length, args.eval_generate_max_length or 0)
     prompt_length = data.prompt_budget(context, new_tokens, args.prompt_max_length)
     common = dict(apply_chat_template=args.apply_chat_template, system_prompt=args.system_prompt, max_length=prompt_length)
-    prompts, report = data.load_prompts(args.prompt_data, args.train_split, tokenizer, args.input_key, None, args.max_train, **common)
-    eval_data = args.eval_data or args.prompt_data
-    eval_prompts, eval_report = data.load_prompts(
-        eval_data, args.eval_split, tokenizer, args.input_key, args.output_key, args.max_eval, flag="--eval-data", **common
-    )
+    keys, eval_data = (tokenizer, args.input_key, args.output_key), args.eval_data or args.prompt_data
+    prompts, report = data.load_prompts(args.prompt_data, args.train_split, *keys, args.max_train, need_references=False, **common)
+    eval_prompts, eval_report = data.load_prompts(eval_data, args.eval_split, *keys, args.max_eval, flag="--eval-data", **common)
     queries_per_prompt = 1 if args.num_samples == 2 else 2 * args.num_samples - 3
     total_prompts = min(len(prompts) * args.num_prompt_epoch, max_queries // queries_per_prompt)
     total_steps = math.ceil(total_prompts / args.rollout_batch_size)  # rounds; a few more when a budget is left over by identical pairs
     updates_per_step = args.max_epochs * (args.rollout_batch_size // args.train_batch_size)
 
+    oracle = oracle_lib.Feedback(oracle_lib.load_oracle(args.oracle, dist.device, args.oracle_model), args.oracle)
+    judge = oracle_lib.Feedback(oracle_lib.load_oracle(args.oracle, dist.device, args.judge_model), "judge") if args.judge_model else None
     config = asdict(args) | dict(learning_rate=lr, max_queries=max_queries, prompt_max_length=prompt_length, total_steps=total_steps,
                                  prompts=report, eval_prompts=eval_report)  # fmt: skip
     run = tracking.Run(
@@ -331,9 +327,7 @@ def main(args: Args) -> None:
     )  # fmt: skip
     run.print(data.describe(args.prompt_data, report) + "\n" + data.describe(eval_data, eval_report))
 
-    # ---- Actor and oracle ----
-    oracle = oracle_lib.Feedback(oracle_lib.load_oracle(args.oracle, dist.device, args.oracle_model), args.oracle)
-    judge = oracle_lib.Feedback(oracle_lib.load_oracle(args.oracle, dist.device, args.judge_model), "judge") if args.judge_model else None
+    # ---- Actor ----
     actor = Actor(args.pretrain, dist, prompt_length + new_tokens, gpu_ratio=args.vllm_gpu_ratio, seed=args.seed)
     actor.sleep()
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.generate_max_length)
@@ -357,8 +351,8 @@ def main(args: Args) -> None:
     if checkpoint:
         saving.load_checkpoint(engine, checkpoint, dist)
     run.config(zero_stage=learner.zero_stage(engine))
-    run.print(f"{total_steps} rounds of {args.rollout_batch_size} prompts on {dist.world_size} x {dist.device.type} ({dist.dtype}, ZeRO-"
-              f"{learner.zero_stage(engine)}), at most {max_queries} queries, learning rate {lr:g}")  # fmt: skip
+    place = f"{dist.world_size} x {dist.device.type} ({dist.dtype}, ZeRO-{learner.zero_stage(engine)})"
+    run.print(f"{total_steps} rounds of {args.rollout_batch_size} prompts on {place}, at most {max_queries} queries, learning rate {lr:g}")
     behaviour = run.dir / "behaviour"  # the actor's weights, while they are not the learner's (--sync-params-every above 1)
 
     def sync(version: int) -> float:
@@ -389,8 +383,8 @@ def main(args: Args) -> None:
         gap = sync(state["step"])
         if args.sync_params_every > 1:
             saving.save_hf(engine, tokenizer, behaviour, dist)
-    first = prompts[0]
-    run.print(f"First prompt (the loss covers the response only, {len(first.ids)} prompt tokens are masked):\n{first.text!r}\n{first.ids}")
+    text, ids = prompts[0].text, prompts[0].ids
+    run.print(f"First prompt (the loss covers the response only, {len(ids)} prompt tokens are masked):\n{text!r}\n{ids}")
     if not checkpoint:
         metrics = {"misc/queries": 0, "actor/sync_gap": gap}
         run_evaluation(0, metrics)
@@ -401,8 +395,8 @@ def main(args: Args) -> None:
         metrics = {}
 
         # ---- Collect ----
-        count = min(args.rollout_batch_size, len(prompts) * args.num_prompt_epoch - state["position"],
-                    (max_queries - state["queries"]) // queries_per_prompt)  # fmt: skip
+        affordable = (max_queries - state["queries"]) // queries_per_prompt
+        count = min(args.rollout_batch_size, len(prompts) * args.num_prompt_epoch - state["position"], affordable)
         batch = data.share(data.take(state["position"], count, prompts, args.seed), dist.rank, dist.world_size)
         places = data.share(list(range(state["position"], state["position"] + count)), dist.rank, dist.world_size)
         rows, error, generate_time, before = [], None, 0.0, (oracle.queries, oracle.unlabelled)
@@ -413,31 +407,34 @@ def main(args: Args) -> None:
                 seeds = [[sample_seed(args.seed, epoch, p.index, i) for i in range(args.num_samples)] for epoch, p in part]
                 samples = actor.generate([p.ids for _, p in part], seeds, sampling)
                 generate_time += time.time() - began
-                picks = compare_candidates(oracle, [p.raw for _, p in part], [[s.text for s in candidates] for candidates in samples])
+                texts = [[s.text for s in candidates] for candidates in samples]
+                picks = compare_candidates(oracle, [p.raw for _, p in part], [p.reference for _, p in part], texts)
                 for (epoch, p), candidates, (i, j, p_first), place in zip(part, samples, picks, places[at:], strict=False):
                     rng = np.random.default_rng((args.seed, 1, place))
                     first_wins, flipped = make_label(p_first, args.bt_sample, args.preference_flip_prob, rng)
                     chosen, rejected = (i, j) if first_wins in (True, None) else (j, i)
                     a, b = candidates[chosen], candidates[rejected]
                     identical = a.response_ids == b.response_ids or a.text == b.text
-                    truncated = "length" in (a.finish_reason, b.finish_reason)
-                    counts = first_wins is not None and not identical and not (truncated and args.mask_truncated)
+                    truncated = args.mask_truncated and "length" in (a.finish_reason, b.finish_reason)
                     rows.append(dict(
                         step=step, version=actor.version, epoch=epoch, index=p.index, prompt=p.raw, prompt_ids=p.ids,
                         responses=[s.record() for s in candidates],
                         feedback=dict(first=i, second=j, p_first=p_first, chosen=chosen, rejected=rejected, flipped=flipped),
-                        identical=identical, labelled=first_wins is not None, mask=int(counts),
+                        identical=identical, labelled=first_wins is not None,
+                        mask=int(first_wins is not None and not identical and not truncated),
                     ))  # fmt: skip
         except Exception as e:  # whatever the oracle raised: all ranks must hear of it before the next collective
             error = e
         learner.agree(error, dist)
-        shares = learner.gather(dict(rows=rows, queries=oracle.queries - before[0], unlabelled=oracle.unlabelled - before[1]), dist)
+        asked, unlabelled, counts = oracle.queries - before[0], oracle.unlabelled - before[1], dict(getattr(oracle.oracle, "counts", {}))
+        shares = learner.gather(dict(rows=rows, queries=asked, unlabelled=unlabelled, counts=counts), dist)
         rows = [row for share in shares for row in share["rows"]]  # the whole round on every rank, in the order of the prompts
         run.samples(rows)
-        state["queries"] += sum(share["queries"] for share in shares)
+        asked = sum(share["queries"] for share in shares)
+        state["queries"] += asked
         state["position"] += count
         labelled, responses = sum(r["labelled"] for r in rows), [s for r in rows for s in r["responses"]]
-        state["unlabelled_rounds"] = 0 if labelled else state["unlabelled_rounds"] + 1
+        state["unlabelled_rounds"] = state["unlabelled_rounds"] + 1 if asked and not labelled else 0
         metrics |= {
             "actor/response_length": sum(len(s["ids"]) for s in responses) / len(responses),
             "actor/truncated": sum(s["finish_reason"] == "length" for s in responses) / len(responses),
@@ -448,9 +445,9 @@ def main(args: Args) -> None:
             "oracle/ties": sum(r["feedback"]["p_first"] == 0.5 for r in rows),
             "oracle/flipped": sum(r["feedback"]["flipped"] for r in rows),
             "oracle/certainty": float(np.mean([abs(r["feedback"]["p_first"] - 0.5) * 2 for r in rows if r["labelled"]] or [float("nan")])),
-        } | {f"oracle/{name}": n for name, n in getattr(oracle.oracle, "counts", {}).items()}  # fmt: skip
-        if not labelled:
-            run.warn(f"step {step}: none of {len(rows)} pairs got a label (round {state['unlabelled_rounds']} of 3 in a row)")
+        } | {f"oracle/{name}": sum(share["counts"][name] for share in shares) for name in counts}
+        if asked and not labelled:
+            run.warn(f"step {step}: none of {asked} questions to the oracle got a label (round {state['unlabelled_rounds']} of 3 in a row)")
             if state["unlabelled_rounds"] == 3:
                 raise SystemExit(f"the oracle {args.oracle} labelled no pair in three rounds in a row: nothing to learn from")
         elif not any(r["mask"] for r in rows):
@@ -501,14 +498,12 @@ def main(args: Args) -> None:
         sums = np.sum(learner.gather(sums, dist), axis=0)
         if sums[4]:
             loss, reward_w, reward_l, accuracy = (sums[:4] / sums[4]).tolist()
-            metrics |= {
-                "learner/loss": loss, "learner/chosen_reward": reward_w, "learner/rejected_reward": reward_l,
-                "learner/margin": reward_w - reward_l, "learner/accuracy": accuracy, "learner/grad_norm": learner.grad_norm(engine),
-            }  # fmt: skip
+            metrics |= {"learner/loss": loss, "learner/accuracy": accuracy, "learner/grad_norm": learner.grad_norm(engine)}
+            metrics |= {"learner/chosen_reward": reward_w, "learner/rejected_reward": reward_l, "learner/margin": reward_w - reward_l}
             if metrics["learner/grad_norm"] == 0:
                 run.warn(f"step {step}: the gradient is zero, nothing was learned from {int(sums[4])} pairs")
-        metrics |= {"learner/pairs": int(sums[4]), "learner/updates": updates, "learner/lr": engine.get_lr()[0]}
-        metrics["time/learn"] = time.time() - clock
+        learn_time, lr_now = time.time() - clock, engine.get_lr()[0]
+        metrics |= {"learner/pairs": int(sums[4]), "learner/updates": updates, "learner/lr": lr_now, "time/learn": learn_time}
         state["step"] = step
 
         # ---- Sync weights ----
@@ -527,10 +522,8 @@ def main(args: Args) -> None:
             run_evaluation(step, metrics)
 
         # ---- Log ----
-        metrics |= {
-            "misc/queries": state["queries"], "misc/eval_queries": state["eval_queries"], "misc/prompts": state["position"],
-            "misc/epoch": state["position"] / len(prompts), "misc/version": actor.version,
-        }  # fmt: skip
+        metrics |= {"misc/queries": state["queries"], "misc/eval_queries": state["eval_queries"], "misc/version": actor.version}
+        metrics |= {"misc/prompts": state["position"], "misc/epoch": state["position"] / len(prompts)}
         run.log(step, metrics, show=("eval/win_rate", "learner/loss"))
         if "time/eval" in metrics:
             run.curves()

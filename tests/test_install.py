@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ["oat_lib", "oracles", "recipes", "tests"]
 OPTIONAL = {"flash_attn"}  # CUDA only, and only after a check that it is installed
-DATA = {".json", ".jsonl", ".safetensors", ".jinja", ".model", ".txt", ".md"}
+DATA = {".json", ".jsonl", ".parquet", ".safetensors", ".jinja", ".model", ".txt", ".md"}
 PIN = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?==([^\s;]+)(?:\s*;.*)?")
 
 
