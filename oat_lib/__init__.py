@@ -11,6 +11,8 @@ DEFAULTS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the recipe's process: weights go over by reference
     "VLLM_NO_USAGE_STATS": "1",  # nothing phones home
     "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_UPDATE_DOWNLOAD_COUNTS": "0",  # else datasets reports each load of a local file
     "VLLM_LOGGING_LEVEL": "ERROR",  # its start prints a screen of warnings otherwise; set INFO to see them
 }
 if not torch.cuda.is_available():

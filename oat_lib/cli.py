@@ -71,7 +71,7 @@ def normalise(argv: list[str]) -> list[str]:
 def spell_out(argv: list[str], optional: set[str]) -> list[str]:
     """`--bf16` and `--no-bf16` for flags of type `bool | None`, which tyro wants as `--bf16 True` and `--bf16 False`."""
     words = []
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
         if word in optional:
             words += [word] if following in ("True", "False", "None") else [word, "True"]
         elif word.startswith("--no-") and "--" + word[5:] in optional:

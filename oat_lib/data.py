@@ -33,6 +33,8 @@ def load_rows(spec: str, split: str, flag: str = "--prompt-data"):
         if path.is_file():
             if path.suffix not in SUFFIXES:
                 raise SystemExit(f"{flag} {spec}: unknown file type {path.suffix!r}; use {', '.join(SUFFIXES)}")
+            if path.stat().st_size == 0:
+                raise SystemExit(f"{flag} {spec}: the dataset is empty")
             rows = datasets.load_dataset(SUFFIXES[path.suffix], data_files=str(path), split="train")
         elif path.is_dir():
             files = [path / (split + suffix) for suffix in SUFFIXES if (path / (split + suffix)).is_file()]
@@ -54,7 +56,7 @@ def load_rows(spec: str, split: str, flag: str = "--prompt-data"):
     except SystemExit:
         raise
     except Exception as e:  # many kinds, from pyarrow's to the hub's: each is about the user's data, none is ours to hide
-        raise SystemExit(f"{flag} {spec} (split {split!r}): {type(e).__name__}: {str(e).strip().splitlines()[0]}") from e
+        raise SystemExit(f"{flag} {spec} (split {split!r}): {type(e).__name__}: {(str(e).strip().splitlines() or ['no rows'])[0]}") from e
     if len(rows) == 0:
         raise SystemExit(f"{flag} {spec} (split {split!r}): the dataset is empty")
     return rows

@@ -81,13 +81,13 @@ class Args:
     sync_gap_warn: float | None = None  # actor/sync_gap to warn at; default by dtype
     sync_gap_fatal: float | None = None  # actor/sync_gap to end the run at; default by dtype
     # Learner
-    train_batch_size: int = 128  # pairs an optimizer step, over all processes
-    train_batch_size_per_device: int = 16  # pairs a micro-batch
+    train_batch_size: int = 64  # pairs an optimizer step, over all processes
+    train_batch_size_per_device: int = 8  # pairs a micro-batch
     rollout_batch_size: int = 128  # prompts a round, over all processes
     rollout_batch_size_per_device: int = 128  # prompts a call of the actor: an upper bound
     pi_buffer_maxlen_per_device: int | None = None  # derived; accepted if it equals --rollout-batch-size / processes
     max_epochs: int = 1  # passes over a round's pairs
-    learning_rate: float | None = None  # peak; default: 5e-7, and 3e-4 for the embedded policy
+    learning_rate: float | None = None  # peak; default: 5e-7, and 5e-4 for the embedded policy
     lr_scheduler: str = "cosine_with_min_lr"  # cosine_with_min_lr | linear | polynomial | constant
     lr_warmup_ratio: float = 0.03  # share of the optimizer steps with a rising rate
     max_step_adjustment: float = 1.0  # stretches the schedule, not the run
@@ -292,7 +292,7 @@ def main(args: Args) -> None:
     dist = learner.init(args.zero_stage, args.bf16, args.fp16)
     check(args, dist.world_size)
     args.seed = learner.gather(time.time_ns() % 2**31 if args.rnd_seed else args.seed, dist)[0]
-    lr = args.learning_rate if args.learning_rate is not None else 3e-4 if args.pretrain == tiny.POLICY else 5e-7
+    lr = args.learning_rate if args.learning_rate is not None else 5e-4 if args.pretrain == tiny.POLICY else 5e-7
     if args.judge_model is None and args.oracle == "reward_model" and args.oracle_model is None:
         args.judge_model = tiny.JUDGE
     max_queries = args.max_queries if args.max_queries >= 0 else args.max_train
