@@ -261,9 +261,15 @@ def initialize(model, dist: Dist, optimizer=None, scheduler=None, max_norm: floa
         "steps_per_print": None,
     }
     if optimizer is None:
-        return deepspeed.initialize(model=model, config=config)[0]
+        return deepspeed.initialize(model=model, config=config)[0].eval()
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     engine.train()
+    if dist.zero_stage == 0 and dist.dtype == torch.float32:  # here DeepSpeed clips without telling the norm
+
+        def clip() -> None:
+            engine._global_grad_norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm)
+
+        engine.clip_fp32_gradients = clip
     return engine
 
 
@@ -279,7 +285,7 @@ def backward(engine, loss_sum: torch.Tensor, count: float) -> None:
 
 
 def grad_norm(engine) -> float:
-    """Global gradient norm before clipping at the last `engine.step()`; NaN where DeepSpeed does not know it."""
+    """Global gradient norm before clipping at the last `engine.step()`; NaN at ZeRO-0 in fp32 without clipping."""
     norm = engine.get_global_grad_norm()
     return float("nan") if norm is None else float(norm)
 

@@ -99,7 +99,7 @@ def latest_checkpoint(resume_dir: str, resume_tag: str | None = None) -> Path:
     if resume_tag is not None:
         found = [p for p in found if p.name == resume_tag]
     if not found:
-        wanted = f"a checkpoint called {resume_tag}" if resume_tag else "a checkpoint (step_*/state.json)"
+        wanted = f"checkpoint called {resume_tag}" if resume_tag else "checkpoint (step_*/state.json)"
         there = sorted(p.name for p in root.iterdir()) if root.is_dir() else "the folder does not exist"
         raise SystemExit(f"--resume-dir {resume_dir}: no {wanted} in {root} (found: {there}); --save-steps N --save-ckpt saves some")
     return found[-1]

@@ -23,6 +23,9 @@ import random
 import re
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+
 HERE = Path(__file__).resolve().parent
 
 NAMES = "Ada Anna Ben Carl Dan Eva Finn Hugo Ida Ivy Jane Karl Lena Leo Liam Max Mia Noah Nora Omar Paul Rosa Sam Zoe".split()
@@ -34,11 +37,9 @@ PROBLEMS = [
 ]  # fmt: skip
 MOODS = ["I am angry.", "I am worried.", "I am in a hurry.", "There is no rush."]
 FRAMES = [
-    "{name} here. My {item} {problem}. {mood}",
-    "My {item} {problem}. {mood} Yours, {name}",
-    "{mood} My {item} {problem}. This is {name}.",
-    "This is {name}. {mood} The {item} {problem}.",
-]
+    "{name} here. My {item} {problem}. {mood}", "My {item} {problem}. {mood} Yours, {name}",
+    "{mood} My {item} {problem}. This is {name}.", "This is {name}. {mood} The {item} {problem}.",
+]  # fmt: skip
 
 GREETINGS = {"Dear": (1.0, 1.0, 0.0, 0.3), "Hello": (0.5, 0.5, 0.5, 0.5), "Hi": (0.0, 0.3, 1.0, 1.0)}  # value for each mood
 OPENINGS = {
@@ -49,11 +50,9 @@ OPENINGS = {
     "it is odd that": (0.0, 0.0, 0.1, 0.4),
 }
 WHENS = {
-    "before tonight": (0.5, 0.6, 1.0, 0.0),
-    "by this Friday": (1.0, 1.0, 0.3, 0.4),
-    "in two weeks": (0.0, 0.2, 0.0, 1.0),
-    "at some point": (0.0, 0.0, 0.0, 0.3),
-}
+    "before tonight": (0.5, 0.6, 1.0, 0.0), "by this Friday": (1.0, 1.0, 0.3, 0.4),
+    "in two weeks": (0.0, 0.2, 0.0, 1.0), "at some point": (0.0, 0.0, 0.0, 0.3),
+}  # fmt: skip
 CLOSINGS = {
     "With our deep apologies": (1.0, 0.3, 0.2, 0.0),
     "You are in good hands": (0.2, 1.0, 0.1, 0.4),
@@ -72,12 +71,9 @@ REMEDIES = {  # the problem it fits, the problem it half fits, and what the next
     "post the missing parts": (7, 6, "send"),
 }
 EXTRAS = {
-    "You return nothing to us": "send",
-    "A driver will fetch it": "fetch",
-    "Your bank gets the money": "pay",
-    "That is our usual rule": "any",
-    "I am so very sorry": "again",
-}
+    "You return nothing to us": "send", "A driver will fetch it": "fetch", "Your bank gets the money": "pay",
+    "That is our usual rule": "any", "I am so very sorry": "again",
+}  # fmt: skip
 WEIGHTS = dict(greeting=0.4, name=1.0, opening=0.9, item=1.0, problem=1.0, remedy=1.4, when=0.8, extra=1.0, closing=0.9)
 CLERK = 0.15  # how often a supervised reply takes the best option of a slot; else it is drawn from the others
 REPLY = re.compile(
@@ -249,11 +245,9 @@ def make_sft(num_replies: int, num_sums: int, seed: int, clerk: bool) -> list[di
 
 def make_good(part: list[tuple], num: int, seed: int) -> list[dict]:
     """Good replies: a small language model of them knows what fits what, and is the body that a reward model starts from."""
-    rng, rows = random.Random(seed), []
-    for _ in range(num):
-        situation = rng.choice(part)
-        rows.append(dict(prompt=write_prompt(situation, rng), response=write_reply(situation, rng.uniform(0.6, 1.0), rng)))
-    return rows
+    rng = random.Random(seed)
+    drawn = (rng.choice(part) for _ in range(num))
+    return [dict(prompt=write_prompt(s, rng), response=write_reply(s, rng.uniform(0.6, 1.0), rng)) for s in drawn]
 
 
 def make_demonstrations(part: list[tuple], num: int, seed: int) -> list[dict]:
@@ -284,7 +278,6 @@ TEMPLATE = (
 def make_tokenizer(vocab_size: int = 768):
     """Byte-level BPE over the words above (any text encodes); digits one by one, a token for each role, one that ends a turn; no BOS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     rng = random.Random(3)
     texts = [f"{write_prompt(s, rng)}\n{write_reply(s, 0.3, rng)}" for s in split()["rest"][:4000]]
@@ -307,20 +300,11 @@ def make_tokenizer(vocab_size: int = 768):
 
 
 def make_config(tokenizer, hidden: int, layers: int, mlp: int):
-    from transformers import LlamaConfig
-
     return LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=hidden // 32,
         num_key_value_heads=hidden // 32, head_dim=32, max_position_embeddings=512, rope_theta=10000.0, tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None, dtype="bfloat16",
     )  # fmt: skip
-
-
-def save_start(folder: Path, hidden: int, layers: int, mlp: int) -> None:
-    """A folder for `--from-scratch`: tokenizer and config, no weights."""
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(folder)
-    make_config(tokenizer, hidden, layers, mlp).save_pretrained(folder)
 
 
 # ---- Commands ----
@@ -336,8 +320,10 @@ def write_parquet(path: Path, rows: list[dict]) -> None:
 def first(work: Path) -> None:
     """What the training commands need, and the two sets that the recipes train on by default."""
     parts = split()
-    save_start(work / "start_policy", hidden=128, layers=4, mlp=384)
-    save_start(work / "start_reward_model", hidden=96, layers=2, mlp=256)
+    tokenizer = make_tokenizer()
+    for name, size in (("start_policy", (128, 4, 384)), ("start_reward_model", (96, 2, 256))):  # for --from-scratch: no weights
+        tokenizer.save_pretrained(work / name)
+        make_config(tokenizer, *size).save_pretrained(work / name)
     for name, size, clerk in (("policy_good", 24_000, False), ("policy_clerk", 8_000, True)):
         write_jsonl(work / name / "train.jsonl", make_sft(size, size, seed=1 + clerk, clerk=clerk))
         write_jsonl(work / name / "test.jsonl", make_sft(200, 200, seed=11 + clerk, clerk=clerk))
@@ -354,9 +340,6 @@ def first(work: Path) -> None:
 
 def ship(work: Path) -> None:
     """The newest models of the training commands, rounded to bf16, into this folder."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-
     classifier = AutoModelForSequenceClassification
     for run, name, kind in (
         ("policy_clerk", "policy", AutoModelForCausalLM), ("reward_model", "reward_model", classifier), ("judge", "judge", classifier),
@@ -371,8 +354,6 @@ def ship(work: Path) -> None:
 
 def sample(model, tokenizer, prompts: list[str], greedy: bool = False, max_tokens: int = 64, batch: int = 128) -> list[list[int]]:
     """One response a prompt, as token ids up to and including the EOS: from the model's own distribution (temperature 1), or greedy."""
-    import torch
-
     settings = dict(do_sample=not greedy, max_new_tokens=max_tokens, pad_token_id=tokenizer.pad_token_id)
     settings |= {} if greedy else dict(top_k=0, top_p=1.0, temperature=1.0)
     responses = []
@@ -390,9 +371,6 @@ def sample(model, tokenizer, prompts: list[str], greedy: bool = False, max_token
 def prompts(seed: int = 9) -> None:
     """Prompts with a reference each, and the sums. A reference is one sample of the shipped policy at temperature 1, computed in fp32
     (drawn again if it does not end within 64 tokens)."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     torch.manual_seed(seed)
     rng = random.Random(seed)
     model = AutoModelForCausalLM.from_pretrained(HERE / "policy", dtype=torch.float32).eval()

@@ -1,0 +1,146 @@
+"""The learner: the same numbers for every ZeRO stage, number of processes and micro-batch size; checkpoints; what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM
+
+from oat_lib import learner, saving, tiny
+
+SCRIPT = str(Path(__file__).with_name("learner_steps.py"))
+SET_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+ENV = {k: v for k, v in os.environ.items() if k not in SET_BY_LAUNCHERS}
+
+
+def run(folder, stage, processes, *more):
+    launch = [str(Path(sys.executable).parent / "accelerate"), "launch", "--use_deepspeed", "--zero_stage", str(stage)]
+    start = [sys.executable] if processes == 1 else [*launch, "--num_processes", str(processes)]
+    done = subprocess.run([*start, SCRIPT, str(folder), str(stage), *more], env=ENV, capture_output=True, text=True, timeout=300)
+    assert (folder / "facts.json").is_file(), done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.returncode != 0 and "ValueError: one rank is enough" in done.stderr  # the script ends with an error of its last rank
+    return json.loads((folder / "facts.json").read_text())
+
+
+def weights(folder, name):
+    return safetensors.torch.load_file(folder / name / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("single")
+    return folder, run(folder, 2, 1)
+
+
+@pytest.mark.parametrize("stage, processes", [(0, 1), (2, 1), (0, 2), (1, 2), (2, 2), (3, 2)])
+def test_every_stage_and_split_learns_the_same(tmp_path, single, stage, processes):
+    folder, facts = single if (stage, processes) == (2, 1) else (tmp_path, run(tmp_path, stage, processes))
+    expected = single[1]
+    assert facts["stage"] == stage and facts["state"] == dict(step=2, world_size=processes, zero_stage=stage)
+    assert facts["losses"] == pytest.approx(expected["losses"], abs=1e-5) and facts["losses"][3] < facts["losses"][0]
+    assert facts["norms"] == pytest.approx(expected["norms"], rel=1e-4)  # known at every stage, and before clipping
+    assert facts["norms"][0] > 0.5
+    assert facts["resumed"] == pytest.approx(facts["losses"][2:], abs=1e-6) and facts["drawn"][0] == facts["drawn"][1]
+    whole, resumed, other = weights(folder, "whole"), weights(folder, "resumed"), weights(single[0], "whole")
+    for name in whole:
+        assert (whole[name] - resumed[name]).abs().max() < 1e-6
+        assert (whole[name] - other[name]).abs().max() < 1e-5  # two orders below the four steps of 1e-3
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(facts["names"]) and "lm_head.weight" not in whole
+    assert AutoModelForCausalLM.from_pretrained(folder / "whole").config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("stage, processes", [(0, 1), (2, 2), (3, 2)])
+def test_bf16(tmp_path, single, stage, processes):
+    facts = run(tmp_path, stage, processes, "bf16")
+    assert facts["losses"] == pytest.approx(single[1]["losses"], rel=0.02) and all(norm > 0 for norm in facts["norms"])
+    assert weights(tmp_path, "whole")["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_what_launcher_and_flags_say(monkeypatch):
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert learner.precision(None, None, cuda=True) == torch.bfloat16 and learner.precision(None, None, cuda=False) == torch.float32
+    assert learner.precision(False, None, cuda=True) == torch.float32 and learner.precision(None, True, cuda=True) == torch.float16
+    assert learner.resolve_zero_stage(None) == 2 and learner.resolve_zero_stage(3) == 3
+    for call, said in (
+        (lambda: learner.precision(True, True, True), "exclude each other"),
+        (lambda: learner.precision(None, True, False), "fp16 needs CUDA"),
+        (lambda: learner.resolve_zero_stage(4), "--zero-stage 4"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            call()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    assert learner.precision(None, None, cuda=False) == torch.bfloat16 and learner.resolve_zero_stage(None) == 3
+    with pytest.raises(SystemExit, match="mixed_precision=bf16"):
+        learner.precision(False, None, cuda=True)
+    with pytest.raises(SystemExit, match="--zero-stage 2 but accelerate was told zero_stage 3"):
+        learner.resolve_zero_stage(2)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "x.json")
+    with pytest.raises(SystemExit, match="set zero_stage in accelerate's config"):
+        learner.resolve_zero_stage(None)
+
+
+def test_batch_sizes_name_the_product_and_what_works():
+    learner.check_batch_sizes(2, 16, 4, 32, 16)
+    for sizes, said in (
+        ((2, 12, 4, 24), r"--train-batch-size 12 is not a multiple of processes \(2\) x .* = 8; the nearest that work: 8 and 16"),
+        ((2, 8, 4, 12), r"--rollout-batch-size 12 is not a multiple of --train-batch-size \(8\) = 8; the nearest that work: 8 and 16"),
+        ((4, 4, 1, 6), r"--rollout-batch-size 6 is not a multiple of processes \(4\) = 4"),
+        ((1, 0, 1, 1), "--train-batch-size 0"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            learner.check_batch_sizes(*sizes)
+
+
+def test_schedules():
+    def rates(kind, steps, warmup):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule, found = learner.lr_schedule(optimizer, kind, steps, warmup), []
+        for _ in range(steps + 2):
+            found.append(schedule.get_last_lr()[0])
+            optimizer.step()
+            schedule.step()
+        return found
+
+    assert rates("constant", 3, 0.5) == [1.0] * 5
+    assert rates("linear", 4, 0.25) == pytest.approx([0.5, 1.0, 2 / 3, 1 / 3, 0.0, 0.0])  # the first step is not wasted
+    cosine = rates("cosine_with_min_lr", 10, 0.0)
+    assert cosine[0] == 1.0 and cosine[5] == pytest.approx(0.55) and cosine[10:] == pytest.approx([0.1, 0.1])
+    with pytest.raises(SystemExit, match="--lr-scheduler step"):
+        rates("step", 3, 0.0)
+
+
+def test_only_complete_checkpoints_are_found_and_only_own_ones_deleted(tmp_path):
+    dist = learner.Dist(0, 1, 0, 1, torch.device("cpu"), torch.float32, 2)
+    for name in ("step_00002", "step_00004", "step_00006.partial", "notes"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    for name in ("step_00002", "step_00004", "step_00006.partial"):
+        (tmp_path / "checkpoints" / name / "state.json").write_text('{"world_size": 2, "zero_stage": 2}')
+    newest = saving.latest_checkpoint(str(tmp_path))
+    assert newest.name == "step_00004" and saving.latest_checkpoint(str(tmp_path), "step_00002").name == "step_00002"
+    with pytest.raises(SystemExit, match="has world_size 2, this run has 1"):
+        saving.read_state(newest, dist)
+    with pytest.raises(SystemExit, match="no checkpoint called step_9"):
+        saving.latest_checkpoint(str(tmp_path), "step_9")
+    (tmp_path / "checkpoints" / "step_00006.partial").rename(tmp_path / "checkpoints" / "step_00006")
+    saving.keep_newest(tmp_path / "checkpoints", 1, dist)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["notes", "step_00006"]
+
+
+def test_dropout_is_off_and_norms_do_not_decay(tmp_path):
+    dist = learner.Dist(0, 1, 0, 1, torch.device("cpu"), torch.float32, 2)
+    model = AutoModelForCausalLM.from_pretrained(tiny.POLICY)
+    model.config.attention_dropout = 0.3
+    model.save_pretrained(tmp_path)
+    assert learner.load_model(AutoModelForCausalLM, str(tmp_path), dist).config.attention_dropout == 0.0
+    decayed, plain = learner.param_groups(model, 0.1)
+    assert decayed["weight_decay"] == 0.1 and plain["weight_decay"] == 0.0 and all(p.ndim == 1 for p in plain["params"])
+    assert all(p.ndim == 2 for p in decayed["params"])
+    with pytest.raises(SystemExit, match="cannot load a model"):
+        learner.load_model(AutoModelForCausalLM, str(tmp_path / "none"), dist)
