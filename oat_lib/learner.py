@@ -96,6 +96,8 @@ def init(zero_stage: int | None = None, bf16: bool | None = None, fp16: bool | N
     """
     cuda = torch.cuda.is_available()
     dtype, stage = precision(bf16, fp16, cuda), resolve_zero_stage(zero_stage)
+    if stage == 0 and dtype != torch.float32:  # measured: the losses of the first steps are 10 % off those of ZeRO 1-3 and of fp32
+        raise SystemExit("--zero-stage 0 in half precision: DeepSpeed's updates there are not those of ZeRO 1-3; use --zero-stage 1")
     if "RANK" not in os.environ or "LOCAL_RANK" not in os.environ:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -177,7 +179,8 @@ def load_model(auto_class, path: str, dist: Dist, flash_attn: bool = False, grad
     """
     global _zero3_config
     if dist.zero_stage == 3 and _zero3_config is None:
-        _zero3_config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+        half = {name: {"enabled": dist.dtype == dtype} for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))}
+        _zero3_config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1} | half)
     attention = "sdpa"
     if flash_attn:
         try:
