@@ -264,7 +264,9 @@ def initialize(model, dist: Dist, optimizer=None, scheduler=None, max_norm: floa
         "steps_per_print": None,
     }
     if optimizer is None:
-        return deepspeed.initialize(model=model, config=config)[0].eval()
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        engine.eval()
+        return engine
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     engine.train()
     if dist.zero_stage == 0 and dist.dtype == torch.float32:  # here DeepSpeed clips without telling the norm

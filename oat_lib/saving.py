@@ -37,8 +37,12 @@ def save_hf(engine, tokenizer, path: str | Path, dist: learner.Dist) -> None:
         weights.update({n: b.detach().cpu().clone() for n, b in module.named_buffers() if n in persistent})
         partial = path.with_name(path.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        module.save_pretrained(partial, state_dict=weights)
-        tokenizer.save_pretrained(partial)
+        try:
+            module.save_pretrained(partial, state_dict=weights)
+            tokenizer.save_pretrained(partial)
+        except (OSError, safetensors.SafetensorError) as e:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise SystemExit(f"cannot write {path}: {e}") from e
         shutil.rmtree(path, ignore_errors=True)
         partial.rename(path)
     learner.barrier(dist)

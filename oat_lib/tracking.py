@@ -110,8 +110,11 @@ class Run:
     def records(self, file: str, rows: list[dict]) -> None:
         """Writes rows to a JSON-lines file of their own in the run's folder."""
         if self.main:
-            (self.dir / file).parent.mkdir(exist_ok=True)
-            (self.dir / file).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            try:
+                (self.dir / file).parent.mkdir(exist_ok=True)
+                (self.dir / file).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            except OSError as e:
+                raise SystemExit(f"cannot write {self.dir / file}: {e.strerror}; what was logged before is kept") from e
 
     def print(self, text: str) -> None:
         if self.main:
@@ -152,7 +155,10 @@ class Run:
         for axis in list(axes.flat)[len(self.panels) :]:
             axis.axis("off")
         figure.tight_layout()
-        figure.savefig(self.dir / "curves.png", dpi=110)
+        try:
+            figure.savefig(self.dir / "curves.png", dpi=110)
+        except OSError as e:
+            raise SystemExit(f"cannot write {self.dir / 'curves.png'}: {e.strerror}; what was logged before is kept") from e
         plt.close(figure)
 
     def finish(self) -> None:

@@ -56,7 +56,7 @@ def trace(file: str) -> None:
         return masks[-1]
 
     def token_logprobs(model, ids, attention, temperature=1.0):
-        if model.training:  # the policy
+        if getattr(model, "module", model).training:  # the policy; a reference is in eval mode
             with open(file, "a") as f:
                 for row, real, mask in zip(ids, attention, masks[-1], strict=True):
                     f.write(json.dumps(dict(ids=row[real > 0].tolist(), trained=row[1:][mask > 0].tolist())) + "\n")
