@@ -85,6 +85,8 @@ class Actor:
         if dist.world_size == dist.local_world_size:
             os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # else vLLM opens a socket to find out its address
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        if dist.device.type == "cpu":
+            torch._dynamo.config.disable = True  # parts of vLLM's sampler are compiled in eager mode too, which needs g++ on a CPU
         from vllm import LLM
 
         self.dist, self.version, self.asleep, self.cuda = dist, 0, False, dist.device.type == "cuda"
