@@ -263,9 +263,10 @@ def bad(tmp_path: Path) -> list[tuple[list, str]]:
     return [
         (["--learning-rat", "1"], "learning-rat"),
         (["--input-key", "question"], "--input-key question: no such column; the data has prompt, reference"),
-        (["--prompt-data", "rows.jsonl"], "--input-key prompt: no such column; the data has question, answer"),
-        (["--prompt-data", "empty.jsonl"], "empty"),
-        (["--prompt-data", "nothing.jsonl"], "--prompt-data nothing.jsonl: no such file"),
+        (["--prompt-data", "rows.jsonl", "--eval-data", "rows.jsonl"], "--input-key prompt: no such column; the data has question, answer"),
+        (["--prompt-data", "empty.jsonl", "--eval-data", "empty.jsonl"], "empty"),
+        (["--prompt-data", "nothing.jsonl", "--eval-data", "nothing.jsonl"], "--prompt-data nothing.jsonl: no such file"),
+        (["--prompt-data", "rows.jsonl"], "give held-out prompts by --eval-data"),
         (["--prompt-max-length", "3"], "--prompt-max-length 3"),
         (["--train-batch-size", "6"], "the nearest that work: 4 and 8"),
         (["--rollout-batch-size", "12"], "the nearest that work: 8 and 16"),
