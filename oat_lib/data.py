@@ -129,6 +129,8 @@ def load_prompts(spec: str, split: str, tokenizer, input_key: str, output_key: s
     first = next((r for r in raws if r), None)
     if first is None:
         raise SystemExit(f"{flag} {spec}: column {input_key!r} has no prompt in it")
+    if not isinstance(first, str | list):
+        raise SystemExit(f"{flag} {spec}: column {input_key!r} holds {type(first).__name__}, not text or lists of messages")
     template, why = wants_chat_template(tokenizer, first, apply_chat_template)
     prompts, report = [], dict(rows=len(raws), kept=0, too_long=0, no_prompt=0, template=template, why=why)
     longest = 0

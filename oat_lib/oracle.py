@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import sys
 from pathlib import Path
 
 import torch
@@ -25,8 +26,8 @@ def load_oracle(spec: str, device: torch.device, model: str | None = None):
     if file.endswith(".py"):
         if not Path(file).is_file():
             raise SystemExit(f"--oracle {spec}: no file {file}")
-        module_spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-        module = importlib.util.module_from_spec(module_spec)
+        module_spec = importlib.util.spec_from_file_location(f"oracle_file_{Path(file).stem}", file)
+        module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)  # dataclasses look their module up there
         module_spec.loader.exec_module(module)
         if not hasattr(module, name):
             raise SystemExit(f"--oracle {spec}: {file} defines no {name}; it has {[n for n in vars(module) if not n.startswith('_')]}")

@@ -86,7 +86,7 @@ def copy_folder(source: Path, target: Path, dist: learner.Dist) -> None:
 def keep_newest(folder: Path, count: int, dist: learner.Dist) -> None:
     """Deletes all but the newest `count` of this run's step_* directories (names sort by step); nothing else is touched."""
     if dist.main:
-        for old in sorted(p for p in folder.glob("step_*") if p.is_dir())[: -count if count > 0 else None]:
+        for old in sorted(p for p in folder.glob("step_*") if p.is_dir() and p.suffix != ".partial")[: -count if count > 0 else None]:
             shutil.rmtree(old)
 
 
@@ -96,7 +96,7 @@ def latest_checkpoint(resume_dir: str, resume_tag: str | None = None) -> Path:
     Raises SystemExit with what was found when there is none, or none called `resume_tag`.
     """
     root = Path(resume_dir)
-    if (root / "state.json").is_file():
+    if (root / "state.json").is_file() and root.suffix != ".partial":
         return root
     root = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     found = sorted(p.parent for p in root.glob("step_*/state.json") if not p.parent.name.endswith(".partial"))

@@ -191,7 +191,7 @@ class Run:
 
     def _carry_over(self, folder: Path, step: int) -> None:
         for name, key in (("metrics.jsonl", "misc/step"), ("samples.jsonl", "step")):
-            for line in (folder / name).read_text().splitlines():
+            for line in (folder / name).read_text().split("\n")[:-1]:  # not splitlines: a text may hold U+2028; a cut last line is left out
                 row = json.loads(line)
                 if row[key] <= step:
                     self.files[name].write(line + "\n")

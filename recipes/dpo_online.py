@@ -239,20 +239,20 @@ def compare_candidates(feedback, prompts: list, references: list, texts: list[li
     n = len(texts[0]) if texts else 2
     if n == 2:
         return list(zip(best, worst, p_best_wins, strict=True))
+    won, lost = [False] * len(texts), [False] * len(texts)  # a label needs a best that beat something and a worst that lost to something
     for i, p in enumerate(p_best_wins):
-        if p is not None and p < 0.5:
+        won[i] = lost[i] = p is not None and p != 0.5
+        if won[i] and p < 0.5:
             best[i], worst[i] = worst[i], best[i]
-    settled = [p is not None for p in p_best_wins]
     for c in range(2, n):
         challenger = [c] * len(texts)
-        above, below = ask(challenger, best), ask(challenger, worst)
-        for i, (up, down) in enumerate(zip(above, below, strict=True)):
-            settled[i] = settled[i] or up is not None or down is not None
+        for i, (up, down) in enumerate(zip(ask(challenger, best), ask(challenger, worst), strict=True)):
+            won[i], lost[i] = won[i] or up not in (None, 0.5), lost[i] or down not in (None, 0.5)
             if up is not None and up > 0.5:
                 best[i] = c
             elif down is not None and down < 0.5:
                 worst[i] = c
-    return [(b, w, 1.0 if ok else None) for b, w, ok in zip(best, worst, settled, strict=True)]
+    return [(b, w, 1.0 if up and down else None) for b, w, up, down in zip(best, worst, won, lost, strict=True)]
 
 
 def evaluate(actor, feedback, judge, prompts, sampling: Sampling, seed: int, dist) -> tuple[dict, list[dict]]:

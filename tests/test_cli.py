@@ -94,3 +94,40 @@ def test_recipes_stay_readable(recipe):
 def test_the_library_stays_thin():
     sizes = {p: len(p.read_text().splitlines()) for p in (ROOT / "oat_lib").rglob("*.py")}
     assert max(sizes.values()) <= 400 and sum(sizes.values()) <= 2500, sizes
+
+
+def test_the_base_command_is_answered_with_one_line_that_means_the_same(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["recipes/dpo_online.py"])
+    args, said = answer(OAT["base"], capsys)
+    assert args is None and said.count("\n") == 1
+    words = shlex.split(said.partition("Write instead: ")[2])
+    assert words[:6] == ["accelerate", "launch", "--use_deepspeed", "--num_processes", "8", "recipes/dpo_online.py"]
+    for flag in ("--gpus", "--remote-rm-url", "--pi-buffer-maxlen-per-device", "http://0.0.0.0:8000"):
+        assert flag not in words
+    args = cli.parse(dpo.Args, words[6:])
+    assert (args.oracle, args.dap_algo, args.beta, args.generate_max_length, args.eval_steps) == ("reward_model", "DPO", 0.1, 53, 20)
+    assert (args.flash_attn, args.gradient_checkpointing, args.rnd_seed, args.use_wb) == (True, True, True, True)
+    assert args.wb_run_name == "1b_skywork_dpo_online"  # a value keeps its underscores
+    dpo.check(args, 8)
+
+
+def test_values_are_quoted_and_may_be_negative(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["recipes/dpo_online.py"])
+    _, said = answer("--gpus=4 --system_prompt 'Be kind; it is $5.' --save_steps -1 --top-k -1 --num_samples=2", capsys)
+    launch, _, flags = said.partition("Write instead: ")[2].partition("recipes/dpo_online.py ")
+    args = cli.parse(dpo.Args, shlex.split(flags))
+    assert launch == "accelerate launch --use_deepspeed --num_processes 4 "
+    assert (args.system_prompt, args.save_steps, args.top_k, args.num_samples) == ("Be kind; it is $5.", -1, -1, 2)
+
+
+def test_each_of_the_two_precision_flags_in_each_spelling():
+    for flags, bf16, fp16 in (("--bf16", True, None), ("--no-bf16", False, None), ("--bf16 False", False, None), ("--fp16", None, True),
+                              ("--bf16 --seed 1", True, None), ("--no_bf16 --no_fp16", False, False)):  # fmt: skip
+        args = cli.parse(dpo.Args, flags.split())
+        assert (args.bf16, args.fp16) == (bf16, fp16)
+
+
+def test_bad_values_exit_with_2_and_name_the_flag(capsys):
+    for flags, named in (("--beta much", "--beta"), ("--seed 1.5", "--seed"), ("--use-wb maybe", "maybe")):
+        args, said = answer(flags, capsys)
+        assert args is None and named in said

@@ -124,3 +124,35 @@ def test_pad_and_budget():
     assert data.prompt_budget(512, 128, None) == 384 and data.prompt_budget(8192, 128, None) == 1024
     with pytest.raises(SystemExit, match="exceed the model's context of 512"):
         data.prompt_budget(512, 128, 400)
+
+
+def test_prompts_that_are_not_text_are_refused(tmp_path, tokenizer):
+    with pytest.raises(SystemExit, match="column 'prompt' holds int, not text or lists of messages"):
+        load(tmp_path, tokenizer, [dict(prompt=1, reference="x")])
+    with pytest.raises(SystemExit, match="column 'prompt' has no prompt in it"):
+        load(tmp_path, tokenizer, [dict(prompt="", reference="x")])
+
+
+def test_only_the_first_rows_are_read_and_a_reference_of_another_type_is_json(tmp_path, tokenizer):
+    datasets.Dataset.from_list([dict(prompt=f"{i}?", reference=[i]) for i in range(5)]).to_json(tmp_path / "rows.jsonl")
+    prompts, report = data.load_prompts(str(tmp_path / "rows.jsonl"), "train", tokenizer, "prompt", "reference", 3, 40)
+    assert [p.reference for p in prompts] == ["[0]", "[1]", "[2]"] and report["rows"] == 3
+
+
+def test_the_stream_goes_on_from_any_position_in_batches_of_any_size():
+    prompts = [data.Prompt(i, "", "", [], None) for i in range(9)]
+    whole = [(e, p.index) for e, p in data.take(0, 40, prompts, seed=3)]
+    for start, size in ((5, 1), (8, 7), (13, 4)):
+        later = [(e, p.index) for at in range(start, 40, size) for e, p in data.take(at, min(size, 40 - at), prompts, seed=3)]
+        assert later == whole[start:]
+    assert [data.share([0], r, 4) for r in range(4)] == [[], [], [], [0]]
+    assert [data.share([0, 1, 2], r, 4) for r in range(4)] == [[], [0], [1], [2]]
+
+
+def test_budget_at_its_edges():
+    assert data.prompt_budget(512, 128, 384) == 384
+    for context, new, flag in ((128, 128, None), (512, 128, 385), (100, 128, None)):
+        with pytest.raises(SystemExit, match=f"exceed the model's context of {context}"):
+            data.prompt_budget(context, new, flag)
+    ids, attention = data.pad([[1, 2, 3], [4]], 9)
+    assert ids.tolist() == [[1, 2, 3], [4, 9, 9]] and attention.tolist() == [[1, 1, 1], [1, 0, 0]]

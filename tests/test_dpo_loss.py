@@ -141,3 +141,83 @@ def test_what_would_have_no_effect_is_refused(change, said):
 def test_the_defaults_divide_for_1_2_4_8_processes():
     for world_size in (1, 2, 4, 8):
         dpo.check(dpo.Args(pi_buffer_maxlen_per_device=128 // world_size), world_size)
+
+
+def test_gradients_of_the_rejected_response_against_finite_differences():
+    for algo in dpo.NEEDS_REF:
+        options = dict(slic_delta=3.0) | (dict(label_smoothing=0.1, len_reg_alpha=0.1, dpo_positive_lambda=2.0) if "DPO" in algo else {})
+
+        def value(rejected, algo=algo, options=options):
+            others = [torch.tensor([x], dtype=torch.float64) for x in (REF_W - 2, REF_W, REF_L, LEN_W, LEN_L)]  # below its reference
+            return dpo.preference_loss(others[0], rejected, *others[1:], algo, BETA, **options).sum()
+
+        rejected = torch.tensor([L], dtype=torch.float64, requires_grad=True)
+        value(rejected).backward()
+        numeric = (value(rejected.detach() + 1e-6) - value(rejected.detach() - 1e-6)) / 2e-6
+        assert rejected.grad.item() == pytest.approx(numeric.item(), abs=1e-6) and rejected.grad.item() != 0
+
+
+def test_pairs_of_a_batch_do_not_mix_and_an_empty_response_is_finite():
+    w, low, zero, lengths = torch.tensor([W, 0.0]), torch.tensor([L, -1.0]), torch.zeros(2), torch.tensor([4.0, 0.0])
+    for algo in dpo.NEEDS_REF:
+        both = dpo.preference_loss(w, low, zero, zero, lengths, lengths, algo, BETA, sft_weight=0.5)
+        for i in (0, 1):
+            alone = dpo.preference_loss(*(x[i : i + 1] for x in (w, low, zero, zero, lengths, lengths)), algo, BETA, sft_weight=0.5)
+            assert both[i].isfinite() and both[i].item() == pytest.approx(alone.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("first", [None, 0.5, 0.1, 0.9])
+def test_the_noise_of_a_label_does_not_depend_on_the_pair_before(first):
+    for bt in (False, True):
+        shared, fresh = np.random.default_rng(7), np.random.default_rng(7)
+        dpo.make_label(first, bt, 0.5, shared)
+        fresh.random(2)
+        assert [dpo.make_label(0.7, bt, 0.5, shared) for _ in range(20)] == [dpo.make_label(0.7, bt, 0.5, fresh) for _ in range(20)]
+
+
+def test_many_prompts_with_equal_texts_and_unlabelled_ones():
+    oracle = ByNumber()
+    texts = [["3", "1", "5", "2", "4"], ["2", "2", "1", "9", "5"], ["7"] * 5, ["x"] * 4 + ["y"]]
+    picks = dpo.compare_candidates(oracle, list("pqr"), [None] * 3, texts[:3])
+    found = [(t[b], t[w], p) for t, (b, w, p) in zip(texts, picks, strict=False)]
+    assert found[:2] == [("5", "1", 1.0), ("9", "1", 1.0)] and found[2] == ("7", "7", None)
+    assert len(oracle.asked) == 7 + 6 and all(a != b for a, b in oracle.asked)  # only the pair (2, 2) of the second prompt is spared
+    assert dpo.compare_candidates(ByNumber(), ["s"], [None], texts[3:])[0][2] is None
+
+
+def test_every_option_is_refused_by_every_algorithm_without_it():
+    dpo_like, with_ref = {"DPO", "LR_DPO"}, set(dpo.NEEDS_REF) - {"SLiC"}
+    options = dict(label_smoothing=0.1, len_reg_alpha=0.1, dpo_positive_lambda=0.1, slic_delta=2.0, beta=0.5, ref_pretrain="x")
+    owners = dict(label_smoothing=dpo_like, len_reg_alpha=dpo_like, dpo_positive_lambda=dpo_like, slic_delta={"SLiC"})
+    for name, value in options.items():
+        for algo in dpo.NEEDS_REF:
+            args = dpo.Args(dap_algo=algo, **{name: value})
+            if algo in owners.get(name, with_ref):
+                dpo.check(args, 1)
+            else:
+                with pytest.raises(SystemExit, match=f"--{name.replace('_', '-')} {value} has no effect with --dap-algo {algo}"):
+                    dpo.check(args, 1)
+
+
+def test_values_out_of_range_are_refused(tmp_path):
+    (tmp_path / "one.jsonl").write_text("{}")
+    for change, said in (
+        (dict(label_smoothing=0.5), "below 0.5"), (dict(preference_flip_prob=1.5), "is a probability"), (dict(beta=0.0), "--beta 0.0 must"),
+        (dict(temperature=0.0), "--temperature 0.0"), (dict(eval_temperature=-1.0), "--eval-temperature"),
+        (dict(sync_params_every=0), "--sync-params-every 0"), (dict(prompt_data=str(tmp_path / "one.jsonl")), "--eval-data"),
+        (dict(train_batch_size=60), "--train-batch-size 60"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit, match=said):
+            dpo.check(dpo.Args(**change), 1)
+
+
+@pytest.mark.parametrize("known", [{}, {("2", "0"): 0.0}, {("0", "1"): 0.5}])
+def test_best_of_n_makes_no_label_from_ties_or_silence(known):
+    """All tied; only "2 loses to 0" is known, so that nothing is known of 1; one tie and silence."""
+
+    class Some:
+        def compare(self, prompts, a, b, references):
+            return [known.get(pair, None if known else 0.5) for pair in zip(a, b, strict=True)]
+
+    ((_, _, p),) = dpo.compare_candidates(Some(), ["p"], [None], [["0", "1", "2"]])
+    assert p is None

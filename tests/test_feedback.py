@@ -1,5 +1,7 @@
 """The door to the oracle: what it checks, what it counts, and how an oracle is found."""
 
+import sys
+
 import pytest
 import torch
 
@@ -73,3 +75,44 @@ def test_the_embedded_reward_model_is_found_by_name():
     bad += "That is all for now."
     (p,) = feedback.compare([letter], [good], [bad])
     assert p > 0.9 and feedback.compare([letter], [bad], [good])[0] == pytest.approx(1 - p, abs=1e-5)
+
+
+def test_a_wrong_number_of_scores_and_an_empty_batch():
+    class Short:
+        def score(self, prompts, responses, references):
+            return [1.0]
+
+    feedback = Feedback(Short(), "short")
+    assert feedback.score([], [], []) == [] and feedback.compare([], [], [], evaluation=True) == []
+    assert (feedback.queries, feedback.eval_queries, feedback.unlabelled) == (0, 0, 0)
+    with pytest.raises(ValueError, match="oracle short: 1 answers to 2 questions"):
+        feedback.score(["p", "p"], ["a", "b"], [None, None])
+    with pytest.raises(ValueError, match="oracle short: 1 answers to 2 questions"):  # a comparison is two scores
+        feedback.compare(["p"], ["a"], ["b"])
+
+
+def test_scores_that_are_not_finite_are_no_label():
+    class Broken:
+        def score(self, prompts, responses, references):
+            return [float("nan") if r == "nan" else float("inf") if r == "inf" else len(r) for r in responses]
+
+    feedback = Feedback(Broken(), "broken")
+    assert feedback.compare(["p"] * 3, ["nan", "a", "aa"], ["a", "inf", "a"]) == [None, None, 1.0] and feedback.unlabelled == 2
+    assert feedback.score(["p"] * 2, ["nan", "aa"], [None] * 2, evaluation=True) == [None, 2.0]
+    assert (feedback.queries, feedback.eval_queries, feedback.unlabelled) == (3, 2, 3)
+    assert feedback.compare(["p"] * 2, ["a", "aa"], ["aa", "a"]) == [0.0, 1.0]
+
+
+def test_answers_of_other_number_types_become_floats():
+    answers = Feedback(Says(torch.tensor(0.25), 1, True), "says").compare(["p"] * 3, ["a"] * 3, ["b"] * 3)
+    assert answers == [0.25, 1.0, 1.0] and all(type(p) is float for p in answers)
+
+
+def test_a_file_may_hold_a_dataclass_and_have_the_name_of_a_module(tmp_path):
+    for name in ("task_of_mine.py", "json.py"):
+        (tmp_path / name).write_text(
+            "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Mine:\n    margin: float = 0.0\n"
+            "    def compare(self, prompts, a, b):\n        return [1.0] * len(prompts)\n"
+        )
+        assert Feedback(load_oracle(f"{tmp_path / name}:Mine", CPU), "mine").compare(["p"], ["a"], ["b"]) == [1.0]
+    assert hasattr(sys.modules.get("json"), "dumps")

@@ -145,3 +145,73 @@ def test_dropout_is_off_and_norms_do_not_decay(tmp_path):
     assert all(p.ndim == 2 for p in decayed["params"])
     with pytest.raises(SystemExit, match="cannot load a model"):
         learner.load_model(AutoModelForCausalLM, str(tmp_path / "none"), dist)
+
+
+AGREE = """
+import sys, torch, torch.distributed
+from oat_lib import learner
+rank = int(sys.argv[1])
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+dist = learner.Dist(rank, 2, 0, 2, torch.device("cpu"), torch.float32, 2)
+learner.agree(None, dist)
+assert learner.gather(dist.rank, dist) == [0, 1]
+learner.agree(ValueError("no label") if dist.rank == 1 else None, dist)
+print("went on")
+"""
+
+
+def test_an_error_of_one_rank_ends_both_with_its_line(tmp_path):
+    start = dict(cwd=Path(SCRIPT).parent.parent, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ranks = [subprocess.Popen([sys.executable, "-c", AGREE, str(r), str(tmp_path / "meet")], **start) for r in range(2)]
+    ended = [(*rank.communicate(timeout=120), rank.returncode) for rank in ranks]
+    for out, err, code in ended:
+        assert code == 1 and "ValueError: no label (rank 1)" in err and "went on" not in out, ended
+
+
+def test_the_token_mean_does_not_depend_on_where_tokens_fall():
+    class Engine:
+        """Averages over ranks as DeepSpeed does; keeps what `backward` gave it."""
+
+        def __init__(self, world_size):
+            self.world_size, self.total = world_size, 0.0
+
+        def backward(self, loss, scale_wrt_gas):
+            self.total += loss.item() / self.world_size
+
+    for world_size in (1, 2):  # token losses [1, 1, 1, 1] and [5], and a micro-batch of weight zero
+        engine = Engine(world_size)
+        for loss_sum in (4.0, 5.0, 0.0):
+            learner.backward(engine, torch.tensor(loss_sum), 5)
+        assert engine.total == pytest.approx(1.8)
+    learner.backward(engine, torch.tensor(0.0), 0)  # nothing counts: zero, not NaN
+    assert engine.total == pytest.approx(1.8)
+
+
+def test_warm_up_rises_in_equal_steps_and_polynomial_is_linear():
+    def rates(kind):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+        schedule = learner.lr_schedule(optimizer, kind, 10, 0.25)
+        return [2.0 * schedule.lr_lambdas[0](step) for step in range(12)]
+
+    assert rates("polynomial") == rates("linear")
+    for kind, end in (("linear", 0.0), ("cosine_with_min_lr", 0.2)):
+        found = rates(kind)  # ceil(2.5) = 3 steps of warm-up
+        assert found[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0]) and found[3:] == sorted(found[3:], reverse=True)
+        assert found[10:] == pytest.approx([end, end])
+
+
+def test_an_incomplete_checkpoint_is_never_found_nor_counted(tmp_path):
+    dist = learner.Dist(0, 1, 0, 1, torch.device("cpu"), torch.float32, 2)
+    for name in ("step_00002", "step_00004", "step_00006.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text("{}")
+    (tmp_path / "step_00001").write_text("a file of the user")
+    saving.keep_newest(tmp_path, 1, dist)  # the partial one does not take the place of a good one
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00001", "step_00004", "step_00006.partial"]
+    assert saving.latest_checkpoint(str(tmp_path)).name == "step_00004"
+    assert saving.latest_checkpoint(str(tmp_path / "step_00004")).name == "step_00004"
+    for where, tag in ((tmp_path / "step_00006.partial", None), (tmp_path, "step_00006.partial"), (tmp_path / "none", None)):
+        with pytest.raises(SystemExit, match="no checkpoint"):
+            saving.latest_checkpoint(str(where), tag)
+    saving.keep_newest(tmp_path, 0, dist)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00001", "step_00006.partial"]

@@ -69,3 +69,30 @@ def test_the_mask_counts_tokens_and_does_not_read_them():
         assert kept == [[3, 4, eos], [5, 6], []]
     ids, attention = data.pad([[7, 1, 2, 3], [7, 1, 2, 3, 4, 5]], pad)
     assert logprobs.response_mask(attention, torch.tensor([1, 1]))[0].tolist() == [1, 1, 1, 0, 0]
+
+
+def test_a_bf16_llama_equals_its_own_logits_by_hand(model):
+    half = LlamaForCausalLM(model.config).to(torch.bfloat16).eval()
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    with torch.no_grad():
+        values, logits = logprobs.token_logprobs(half, ids, torch.ones_like(ids), 0.5), half(ids).logits
+    assert values.dtype == torch.float32 and logits.dtype == torch.bfloat16
+    by_hand = (logits.double() / 0.5).log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+    assert torch.allclose(values[0].double(), by_hand, atol=1e-5)
+
+
+def test_gradients_do_not_depend_on_padding_or_batch_split(model):
+    rows, prompts = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16, 17, 18]], [2, 1, 6]  # the last has an empty response
+
+    def gradient(split, side, extra):
+        model.zero_grad()
+        for part in split:
+            ids, attention = data.pad([rows[i] for i in part] + [[1] * (6 + extra)], 0, side)
+            mask = logprobs.response_mask(attention, torch.tensor([prompts[i] for i in part] + [6 + extra]))
+            (logprobs.token_logprobs(model, ids, attention) * mask).sum().backward()
+        return model.lm_head.weight.grad.clone()
+
+    expected = gradient([[0, 1, 2]], "right", 0)
+    assert expected.isfinite().all() and expected.abs().max() > 0
+    for split, side, extra in (([[0], [1], [2]], "right", 3), ([[2, 1], [0]], "left", 5)):
+        assert torch.allclose(gradient(split, side, extra), expected, atol=1e-5)

@@ -85,3 +85,35 @@ def test_wandb_offline(tmp_path, monkeypatch):
     run.log(0, {"learner/loss": 1.0})
     run.finish()
     assert list((run.dir / "wandb").glob("offline-run-*/*.wandb"))
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "a\x85b", "a\rb\x0c", "\u2029"])
+def test_any_text_survives_a_resume(tmp_path, text):
+    run = make(tmp_path)
+    run.log(1, {"learner/loss": 1.0})
+    run.samples([dict(step=1, text=text), dict(step=2, text="later")])
+    run.finish()
+    resumed = make(tmp_path, resume_from=run.dir, resume_step=1)
+    (line,) = (resumed.dir / "samples.jsonl").read_text().split("\n")[:-1]
+    assert json.loads(line) == dict(step=1, text=text)
+
+
+def test_a_line_that_was_cut_when_the_run_died_is_left_out(tmp_path):
+    run = make(tmp_path)
+    run.log(0, {"learner/loss": 1.0})
+    run.finish()
+    with open(run.dir / "metrics.jsonl", "a") as file:
+        file.write('{"misc/step": 1, "learner/lo')
+    resumed = make(tmp_path, resume_from=run.dir, resume_step=5)
+    assert [row["misc/step"] for row in lines(resumed.dir / "metrics.jsonl")] == [0]
+    resumed.log(6, {"learner/loss": 1.0})
+    assert [row["misc/step"] for row in lines(resumed.dir / "metrics.jsonl")] == [0, 6]
+
+
+def test_wilson_is_symmetric_and_narrows():
+    for share, n in ((0.1, 10), (0.25, 40), (0.0, 7)):
+        low, high = tracking.wilson(share, n)
+        assert tracking.wilson(1 - share, n) == pytest.approx((1 - high, 1 - low)) and low <= share <= high
+        wider = tracking.wilson(share, n // 2)
+        assert wider[1] - wider[0] > high - low
+    assert tracking.wilson(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)  # z^2 / (n + z^2)
